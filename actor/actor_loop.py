@@ -129,7 +129,6 @@ class Conversation:
         self._held_tickets = held_tickets
         self._named = named
         self._process_id: str | None = None  # id of the learner process that has welcomed this actor
-        self._clock = held_tickets.clock
         self._other_schemas = 0  # number of messages with another schema version
         self._log = get_logger(settings.name)
         self._refusals = Refusals("a message", self._log)
@@ -179,7 +178,7 @@ class Conversation:
             case Cancel(ticket_ids, reason):
                 tickets.drop(ticket_ids, reason)
             case Welcome(run_id, version, process_id, engines, hello_s, clock_s, clock):
-                self._clock.measure(clock, hello_s, clock_s, time.monotonic())
+                self._held_tickets.clock.measure(clock, hello_s, clock_s, time.monotonic())
                 if process_id != self._process_id:
                     log.info("learner %s is here: run %s, version %d", self._settings.learner, run_id, version)
                     await tickets.send_all()

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.engine.engine_api import EngineClient, EngineError, NewestVersion
 from shared.log import get_logger
-from shared.spans import add_span
+from shared.spans import span
 from shared.types import Completion, Image, Sampling
 from shared.util.refusals import Refusals
 
@@ -54,18 +54,16 @@ class EnginePool:
     async def choose(self, failed: EngineClient | None = None) -> EngineClient:
         """Return the healthy engine with the fewest episodes, and count one more episode there; choose the engine that
         `failed` only if no other is healthy. Raise EngineError if none is healthy within `patience_s`."""
-        asked = time.monotonic()
-        deadline = asked + self._patience_s
+        deadline = time.monotonic() + self._patience_s
         while not (healthy := [client for client in self.clients if not client.suspect]):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise self.no_engine_error(failed)
             self._revive_suspects()
-            with suppress(TimeoutError):  # not wait_for, which can lose a cancellation that arrives with the event
+            # not wait_for, which can lose a cancellation that arrives with the event
+            with span("wait for an engine"), suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
-            add_span("wait for an engine", asked, time.monotonic())
-            asked = time.monotonic()
         self._revive_suspects()
         client = min(healthy, key=lambda c: (c is failed, c.num_open))
         client.num_open += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from hashlib import blake2b
@@ -65,8 +65,7 @@ def _plain(value: Any) -> bytes:
         return str(int(value)).encode()
     if isinstance(value, float):
         return str(int(value)).encode() if value.is_integer() else value.hex().encode()
-    write: Callable[[Any], bytes] = bytes if isinstance(value, bytes | bytearray) else lambda text: str(text).encode()
-    return write(value)
+    return bytes(value) if isinstance(value, bytes | bytearray) else str(value).encode(errors="surrogatepass")
 
 
 def _of_parts(kind: str, parts: Iterable[bytes]) -> bytes:

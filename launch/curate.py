@@ -23,7 +23,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -36,8 +35,8 @@ from envs.datasets import data_uri
 from launch.processes.children import run_program
 from shared.config.recipe import ConfigError, fail
 from shared.log import get_logger
-from shared.recordings.episode_format import RecordedEpisode
-from shared.recordings.reader import FOLDER, RecordingError, episodes, read_image, read_step, steps
+from shared.recordings.episode_format import RecordedEpisode, Summary
+from shared.recordings.reader import FOLDER, RecordedStep, RecordingError, read_image, read_step, steps
 from shared.util.own_commands import called_as
 from shared.vision import VisionSpec
 
@@ -69,22 +68,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedAt:
-    """Where an episode is recorded."""
-
-    path: Path
-    ticket_id: str
-    index: int
-    reward: float
-
-
 def curate(options: argparse.Namespace) -> dict[str, Any]:
     """Write the chosen episodes; return how many were seen and written. Raise ValueError, in one line, if there are no
     recordings or no episode is left, RecordingError if they cannot be read."""
     if options.out.suffix != ".jsonl" or options.out.exists():
         what = "it is there already" if options.out.exists() else "it does not end in .jsonl"
         raise ConfigError(f"--out {options.out}: {what}; name a new .jsonl file")
+    if options.at_most < 0:
+        raise ConfigError(f"--at-most {options.at_most}: at least 1, or 0 for all")
     paths = steps(options.run) or steps(options.run / FOLDER)
     if not paths:
         raise ConfigError(
@@ -92,26 +83,22 @@ def curate(options: argparse.Namespace) -> dict[str, Any]:
             "says how many groups of a step are recorded)"
         )
     seen, chosen = choose(paths, options)
-    renderers: dict[tuple[str, int, int], Renderer] = {}
+    known: dict[tuple[str, int, int], Renderer] = {}
     left_out: Counter[str] = Counter()
     written = rows = 0
     partial = options.out.with_name(f".{options.out.name}.partial")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for path in dict.fromkeys(place.path for place in chosen):
-                wanted = {(each.ticket_id, each.index) for each in chosen if each.path == path}
-                renderer = _renderer_of(path, options.model, renderers)
-                for episode in episodes(path):
-                    if (episode.ticket_id, episode.index) not in wanted:
-                        continue
-                    try:
-                        lines = [*rows_of(episode, path.parent, renderer)]
-                    except ValueError as error:
-                        left_out[" ".join(str(error).split())[:200]] += 1
-                        continue
-                    file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-                    written, rows = written + 1, rows + len(lines)
+            for step, summary in sorted(chosen, key=lambda place: (place[0].path, place[1].offset)):
+                renderer = _renderer_of(step, options.model, known)
+                try:
+                    lines = [*rows_of(step.episode(summary), step.path.parent, renderer)]
+                except ValueError as error:
+                    left_out[" ".join(str(error).split())[:200]] += 1
+                    continue
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                written, rows = written + 1, rows + len(lines)
         for reason, count in left_out.items():
             LOG.warning("%d of the episodes are left out: %s", count, reason)
         if not written:
@@ -128,25 +115,23 @@ def curate(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def choose(paths: Sequence[Path], options: argparse.Namespace) -> tuple[int, list[RecordedAt]]:
+def choose(paths: Sequence[Path], options: argparse.Namespace) -> tuple[int, list[tuple[RecordedStep, Summary]]]:
     """Return the number of sound recorded episodes, and those that the options choose, those of most reward first.
     Raise ValueError if none has the reward."""
-    found: dict[tuple[str, int], RecordedAt] = {}
-    for path in paths:
-        for each in read_step(path).summaries:
+    found: dict[tuple[str, int], tuple[RecordedStep, Summary]] = {}
+    for step in map(read_step, paths):
+        for each in step.summaries:
             if not each.failed and each.tokens:
-                found.setdefault(
-                    (each.ticket_id, each.index), RecordedAt(path, each.ticket_id, each.index, each.reward)
-                )
-    ordered = sorted(found.values(), key=lambda place: -place.reward)
-    chosen = [place for place in ordered if place.reward >= options.min_reward]
+                found.setdefault((each.ticket_id, each.index), (step, each))
+    ordered = sorted(found.values(), key=lambda place: -place[1].reward)
+    chosen = [place for place in ordered if place[1].reward >= options.min_reward]
     if options.best_of_group:
-        best: dict[str, RecordedAt] = {}
+        best: dict[str, tuple[RecordedStep, Summary]] = {}
         for place in chosen:
-            best.setdefault(place.ticket_id, place)
+            best.setdefault(place[1].ticket_id, place)
         chosen = [*best.values()]
     if not chosen:
-        most = f"the most is {ordered[0].reward:g}" if ordered else "none is sound"
+        most = f"the most is {ordered[0][1].reward:g}" if ordered else "none is sound"
         raise ConfigError(
             f"no recorded episode of {options.run} has a reward of {options.min_reward:g}: of {len(ordered)} {most}; "
             "lower --min-reward"
@@ -245,19 +230,23 @@ def _parts(first: str, ids: Sequence[int], images: Iterator[bytes], renderer: Re
             ids = ids[end:]
 
 
-def _renderer_of(path: Path, model: str, known: dict[tuple[str, int, int], Renderer]) -> Renderer:
-    """Return the renderer with which a recorded step was played. Raise RecordingError if its model is gone."""
+def _renderer_of(step: RecordedStep, model: str, known: dict[tuple[str, int, int], Renderer]) -> Renderer:
+    """Return the renderer with which a recorded step was played. Raise RecordingError if its model is gone, ConfigError
+    if its turns have another form than those that can be read."""
     from transformers import PreTrainedTokenizerFast
 
-    header = read_step(path).header
+    header = step.header
     key = (model or header.model, header.min_pixels, header.max_pixels)
     if key not in known:
         if not Path(key[0], "config.json").is_file():
             raise RecordingError(
-                f"{path} was played by {key[0]!r}, which is no folder of a model; name it with --model"
+                f"{step.path} was played by {key[0]!r}, which is no folder of a model; name it with --model"
             )
         bounds = {"min_pixels": key[1], "max_pixels": key[2]}
-        known[key] = Renderer(PreTrainedTokenizerFast.from_pretrained(key[0]), VisionSpec.load(key[0], **bounds))
+        made = Renderer(PreTrainedTokenizerFast.from_pretrained(key[0]), VisionSpec.load(key[0], **bounds))
+        if START not in made.tokenizer.get_vocab():
+            raise ConfigError(f"turns of {key[0]} do not begin with {START}: their recordings cannot be read as chats")
+        known[key] = made
     return known[key]
 
 

@@ -20,10 +20,10 @@ import signal
 import socket
 import time
 
+from learner.profile_request import FOLDER
 from learner.run_folder_watch import LOCK
 from shared.config.recipe import ConfigError, fail
 
-FOLDER = "profiles"  # that of learner.step_profile, which needs torch
 WAIT_S = 600.0
 LOOK_S = 0.2
 

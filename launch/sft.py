@@ -212,13 +212,14 @@ def prepare(recipe: Recipe, options: argparse.Namespace) -> Learned:
     return Learned(recipe, lesson, report)
 
 
-def learn(learned: Learned, ranks: int) -> tuple[int, float]:
-    """Train on the demonstrations in a process of its own; return its exit code and the last step's loss."""
+def learn(learned: Learned, ranks: int) -> tuple[int, float | None]:
+    """Train on the demonstrations in a process of its own; return its exit code and the last step's loss, None if the
+    run has all its steps already."""
     folder = learned.folder
     words = ["--config", str(folder / LESSON), "--from-recording", str(folder / SHOWN), "--shuffle"]
     env = cpu_env(learned.lesson.learner.threads)
-    code, said = ended([*starter(ranks), script("learner"), *words], env)
-    return code, json.loads(said.splitlines()[-1])["loss/policy"] if code == 0 else 0.0
+    code, said = ended("the training", [*starter(ranks), script("learner"), *words], env)
+    return code, json.loads(said.splitlines()[-1]).get("loss/policy") if code == 0 else None
 
 
 def played(learned: Learned, options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -229,7 +230,7 @@ def played(learned: Learned, options: argparse.Namespace) -> tuple[int, dict[str
         return 0, {}
     words = ["--config", options.config, *options.overrides, "--model", str(learned.checkpoint)]
     words += ["--against", recipe.model.path, *(["--greedy"] if recipe.eval.greedy else [])]
-    code, said = ended([sys.executable, script("evaluate"), *words], {})
+    code, said = ended("the evaluation", [sys.executable, script("evaluate"), *words], {})
     if code:
         return code, {}
     found = json.loads(said.splitlines()[-1])
@@ -239,10 +240,10 @@ def played(learned: Learned, options: argparse.Namespace) -> tuple[int, dict[str
     return 0, record | {"played": str(Path(found["folder"]).parent)}
 
 
-def ended(command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run a command to its end; return its exit code and what it printed. If this process is stopped, so is the
-    command."""
-    child = start("the training", command, env=env, stdout=subprocess.PIPE, leave_s=SAVE_S)
+def ended(name: str, command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
+    """Run a command, which messages call `name`, to its end; return its exit code and what it printed. If this process
+    is stopped, so is the command."""
+    child = start(name, command, env=env, stdout=subprocess.PIPE, leave_s=SAVE_S)
     try:
         assert child.process.stdout is not None
         said = child.process.stdout.read().decode(errors="replace")

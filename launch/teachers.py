@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from shared.config.recipe import ConfigError, Recipe
+from shared.families.registry import read_json
 from shared.vision import VisionSpec
 
 TOWER = ("patch_size", "spatial_merge_size", "temporal_patch_size", "num_position_embeddings", "window_size")
@@ -16,12 +16,12 @@ TOWER = ("patch_size", "spatial_merge_size", "temporal_patch_size", "num_positio
 def check_teacher(recipe: Recipe) -> None:
     """Raise ConfigError, in one line, for a teacher whose folder is no model's, or whose family, vocabulary or images
     are not the policy's."""
-    teacher, policy = recipe.learner.objective.teacher, recipe.model.path
-    if not teacher or recipe.learner.objective.teaches_itself:
+    teacher, policy = recipe.learner.objective.teacher_folder, recipe.model.path
+    if not teacher:
         return
     if not Path(teacher, "config.json").is_file():
         raise refused(teacher, "it is no folder of a model: it has no config.json; name one")
-    configs = [_read(Path(path, "config.json")) for path in (teacher, policy)]
+    configs = [read_json(Path(path, "config.json")) for path in (teacher, policy)]
     specs = [VisionSpec.load(path) for path in (teacher, policy)]
     if type(specs[0].family) is not type(specs[1].family):
         titles = [spec.family.title for spec in specs]
@@ -55,16 +55,8 @@ def refused(teacher: str, why: str) -> ConfigError:
 
 def vocabulary(folder: str) -> dict[str, int]:
     """Return the tokens of a model's tokenizer with their numbers. Raise ConfigError if it cannot be read."""
-    stored = _read(Path(folder, "tokenizer.json"))
+    stored = read_json(Path(folder, "tokenizer.json"))
     words: Any = stored.get("model", {}).get("vocab", {})
     if not isinstance(words, dict):  # a list of pairs (token, score)
         words = {pair[0]: number for number, pair in enumerate(words)}
     return words | {token["content"]: token["id"] for token in stored.get("added_tokens", [])}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    return value if isinstance(value, dict) else {}

@@ -9,6 +9,7 @@ import signal
 import threading
 from types import FrameType
 
+FOLDER = "profiles"  # in the run's folder
 _asked = False
 
 

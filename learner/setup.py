@@ -104,10 +104,10 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
 def build_teacher(recipe: Recipe, ranks: Ranks, policy: Policy) -> Policy | None:
     """Return the frozen teacher, sharded as the policy is, or the policy as its own; None without one."""
     learner, model = recipe.learner, recipe.model
-    if not learner.objective.has_teacher or learner.objective.teaches_itself:
-        return policy if learner.objective.has_teacher else None
+    path = learner.objective.teacher_folder
+    if not path:
+        return policy if learner.objective.teaches_itself else None
     frozen = OptimizerConfig(name=learner.optimizer.name)  # of the policy's frozen parts it may have fewer
-    path = learner.objective.teacher
     taught = recipe.model_copy(
         update={
             "model": model.model_copy(update={"path": path}),

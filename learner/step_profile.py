@@ -19,7 +19,6 @@ from learner import profile_request
 from learner.distributed import Ranks
 from shared.log import get_logger
 
-FOLDER = "profiles"  # in the run's folder
 KEPT = 20  # files of one rank; the oldest go first
 MEMORY_EVENTS = 100_000  # allocations that a snapshot remembers
 
@@ -40,7 +39,7 @@ def profiled(run: Path, step: int, ranks: Ranks) -> Iterator[None]:
     try:
         with profile(activities=activities, record_shapes=True) as taken:
             yield
-        written = _write(taken, run / FOLDER, name, ranks.rank, memory=on_gpu)
+        written = _write(taken, run / profile_request.FOLDER, name, ranks.rank, memory=on_gpu)
         log.info("the profile of step %d is in %s", step, written)
     except OSError as error:
         log.error("the profile of step %d is not written: %s", step, error)

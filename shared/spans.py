@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from shared.types import SPANS_BYTES
+
 NAMES = {
     # a learner's rank
     "wait for groups": "for groups of the actors, on other ranks for rank 0",
@@ -59,7 +61,6 @@ NAMES = {
 ENVIRONMENTS = "environments"  # the place of an actor's environments
 MOST_SPANS = 200_000  # of one process
 MOST_OF_GROUP = 8192
-MOST_BYTES = 2**20  # of a group's spans on the wire
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -156,13 +157,13 @@ class _Sent(msgspec.Struct, array_like=True):
 
 
 def packed_spans(buffer: SpanBuffer, add_s: float) -> bytes:
-    """Return the buffer's spans as bytes, `MOST_BYTES` at most, with `add_s` added to their times."""
+    """Return the buffer's spans as bytes, `SPANS_BYTES` at most, with `add_s` added to their times."""
     moved = [msgspec.structs.replace(each, begin=each.begin + add_s, end=each.end + add_s) for each in buffer.spans]
     kept, size = list[msgspec.Raw](), 64
     for each in moved:
         raw = msgspec.Raw(msgspec.msgpack.encode(each))
         size += len(raw)
-        if size > MOST_BYTES:
+        if size > SPANS_BYTES:
             break
         kept.append(raw)
     return msgspec.msgpack.encode(_Sent(kept, buffer.lost + len(moved) - len(kept)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,7 @@ class _SpanLayer:
     track: str
     kept: bool
     spans: tuple[Span, ...]
-
-    @property
-    def end(self) -> float:
-        return max(each.end for each in self.spans)
+    end: float
 
 
 def write_trace(path: Path, sources: Sequence[Source], window: tuple[float, float], about: Mapping[str, Any]) -> None:
@@ -67,7 +65,7 @@ def read_trace(path: Path) -> dict[str, Any]:
         if len(content) > MAX_BYTES:
             raise ValueError(f"{path.name} holds more than {MAX_BYTES} bytes")
         trace = json.loads(content)
-    except (EOFError, gzip.BadGzipFile, RecursionError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, RecursionError) as error:
         raise ValueError(f"{path.name} is no trace: {error}") from None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"{path.name} is no trace: it has no traceEvents")
@@ -145,7 +143,7 @@ def _layers(source: Source, window: tuple[float, float]) -> Iterator[_SpanLayer]
             layers[number].append(each)
             open_spans[number].append(each)
         for layer in layers:
-            yield _SpanLayer(process, track, source.keeps_tracks, tuple(layer))
+            yield _SpanLayer(process, track, source.keeps_tracks, tuple(layer), max(each.end for each in layer))
 
 
 def _threads(layers: Iterable[_SpanLayer]) -> dict[tuple[str, str], list[_SpanLayer]]:

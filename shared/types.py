@@ -21,6 +21,7 @@ from shared.engine_urls import ENGINE_URL, MAX_ENGINES
 
 Item = TypeVar("Item")
 ITEMS = 2**16  # items of one list or dict
+SPANS_BYTES = 2**20  # of a group's spans on the wire
 INFO_CHARACTERS = 2**12  # length limit of what an environment reports about one turn
 _INT31 = 2**31 - 1
 TEXT_CHARACTERS = 2**22  # length limit of a text
@@ -243,7 +244,9 @@ class Group(Message, frozen=True, eq=False, weakref=True):
     actor: Id
     trajectories: Many[Trajectory]
     played_s: NonNegative = 0.0
-    spans: Annotated[bytes, Meta(max_length=2**20)] = b""  # of a traced ticket by the learner's clock: shared.spans
+    spans: Annotated[bytes, Meta(max_length=SPANS_BYTES)] = (
+        b""  # of a traced ticket by the learner's clock: shared.spans
+    )
 
 
 # ------------------------------------------------------------------ messages, actor -> learner

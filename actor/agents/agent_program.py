@@ -51,7 +51,7 @@ class Program:
         path = shutil.which(first) or shutil.which(first, path=os.curdir)
         if path is not None:
             return cls((os.path.abspath(path), *rest))
-        if Path(first).is_file():
+        if os.path.isfile(first):
             cure = f"chmod +x {first}, or name the program that runs it before it"
             raise ValueError(f"rollout.command = {command!r}: {first} cannot be executed; {cure}")
         raise ValueError(
@@ -234,7 +234,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
 def in_last_words(report: Mapping[str, Any]) -> str:
     """Return a program's last words, to follow others in one line."""
     words = " ".join(" ".join(lines_of(report)[-MAX_LINES:]).split())
-    return f"; its last words: {redact_text(words[-MAX_TAIL:])}" if words else ""
+    return f"; its last words: {redact_text(words)[-MAX_TAIL:]}" if words else ""
 
 
 def signal_name(number: int) -> str:

@@ -25,7 +25,7 @@ from shared.types import Image
 MAX_CALLS = 32  # of one answer
 Part = str | Image
 _THOUGHTS = re.compile(f"{THOUGHT.opening}.*?{THOUGHT.closing}", re.DOTALL)
-_BLANKS = re.compile(f"\\s*{THOUGHT.opening}\\s*|\\s*{THOUGHT.closing}\\s*")
+_TAGS = re.compile(f"({THOUGHT.opening}|{THOUGHT.closing})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ def call_of(name: str, arguments: Any) -> Call:
 
 def _thoughts_without_blanks(text: str) -> str:
     """Return an answer without the blanks inside and outside of its thoughts' tags."""
-    return _BLANKS.sub(lambda tag: tag[0].strip(), text)
+    first, *rest = _TAGS.split(text)
+    return "".join((first.rstrip(), *(part.strip() for part in rest[:-1]), rest[-1].lstrip())) if rest else text
 
 
 def _without_calls(text: str) -> str:

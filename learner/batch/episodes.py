@@ -82,7 +82,7 @@ class TrainingEpisode:
         return len(self.behaviour_logprobs)
 
     @property
-    def size(self) -> float:
+    def advantage_size(self) -> float:
         """Return how large its advantages are."""
         of_turns = 0.0 if self.turn_advantages is None else float(np.abs(self.turn_advantages).mean(dtype=np.float64))
         return abs(self.advantage) + of_turns

@@ -73,7 +73,7 @@ class Microbatch:
     proximal_logprobs: Tensor | None = None  # float32 [N], if computed before the step's first update
     reference_logprobs: Tensor | None = None  # float32 [N], if computed before the step's first update
     teacher_logprobs: Tensor | None = None  # float32 [N], of the frozen teacher, if there is one
-    teacher_baselines: Tensor | None = None  # float32 [N], the step's mean of log mu/teacher
+    teacher_baselines: Tensor | None = None  # float32 [N], means of log mu/teacher in the step
     shard: ContextShard | None = None  # this rank's part, if ranks share the microbatch
 
     @property

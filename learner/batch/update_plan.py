@@ -79,7 +79,7 @@ def _of_groups(
 
 def has_no_loss(episode: TrainingEpisode, config: LearnerConfig) -> bool:
     """Tell whether an episode's loss is exactly 0, so that no update computes it."""
-    return episode.size == 0.0 and config.objective.skips_zero_advantage
+    return episode.advantage_size == 0.0 and config.objective.skips_zero_advantage
 
 
 def forward_costs(episodes: Sequence[TrainingEpisode], sizes: ModelSizes) -> list[float]:

@@ -42,7 +42,7 @@ def contents_of(recipe: Recipe, source: SampleSource | None = None, held_out: Se
         "rollout.agent": function_digest(recipe.rollout.agent).digest,
         "rollout.command": command_digest(recipe.rollout.command).digest,
     }
-    if (teacher := recipe.learner.objective.teacher) and not recipe.learner.objective.teaches_itself:
+    if teacher := recipe.learner.objective.teacher_folder:
         contents["learner.objective.teacher"] = weights_digest(Path(teacher))
     sources = {task.name: task.source for task in source.tasks} if isinstance(source, MixedSource) else {"": source}
     for task in tasks_of(recipe):

@@ -45,7 +45,7 @@ def export(
 ) -> None:
     """Write `weights`, which have published names and layout, and the other files of `model_path` to `folder`.
 
-    The folder is made if only it is missing, not those above it, which somebody may have moved away.
+    The folder is made if need be, but none above it: somebody may have moved those away.
     A collective if gathering the weights is one; only rank 0 writes. At most `file_bytes`, or one larger parameter, are
     held in memory at once. Raise OSError if the disk refuses.
     """

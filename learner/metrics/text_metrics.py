@@ -23,6 +23,8 @@ def text_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _shares(token_ids: np.ndarray) -> tuple[float, float]:
-    runs = np.lib.stride_tricks.sliding_window_view(token_ids, RUN)
-    distinct = len(np.unique(runs, axis=0))
-    return 1.0 - distinct / len(runs), float(np.unique(token_ids, return_counts=True)[1].max()) / len(token_ids)
+    distinct, words, counts = np.unique(token_ids, return_inverse=True, return_counts=True)
+    # A run is one number in a base of the turn's distinct tokens, of which 64 bits hold 55,000.
+    weights = len(distinct) ** np.arange(RUN, dtype=np.int64)
+    runs = np.lib.stride_tricks.sliding_window_view(words.astype(np.int64), RUN) @ weights
+    return 1.0 - len(np.unique(runs)) / len(runs), float(counts.max()) / len(token_ids)

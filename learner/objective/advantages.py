@@ -30,7 +30,7 @@ class ScaledEpisode(Protocol):
     @property
     def turn_end(self) -> np.ndarray: ...
     @property
-    def size(self) -> float: ...
+    def advantage_size(self) -> float: ...
     @property
     def signal(self) -> float: ...
 
@@ -304,7 +304,7 @@ class RunningScale:
 
 def _weighted_signal(episodes: Sequence[ScaledEpisode]) -> float:
     """Return the mean of the groups' signals, weighted by absolute advantages; 0 if no group varies."""
-    weights = [e.size for e in episodes]
+    weights = [e.advantage_size for e in episodes]
     total = sum(weights)
     return sum(weight * e.signal for weight, e in zip(weights, episodes, strict=True)) / total if total else 0.0
 

@@ -33,7 +33,7 @@ class Tokens:
     reference_entropies: Tensor | None = None  # set if `kl_max_entropy` needs them
     proximal_logprobs: Tensor | None = None  # logprobs of the policy as the step began; None: clips use pi/mu
     teacher_logprobs: Tensor | None = None  # logprobs of the frozen teacher
-    teacher_baselines: Tensor | None = None  # mean of log mu/teacher over the step's tokens; None = 0
+    teacher_baselines: Tensor | None = None  # the step's mean of log mu/teacher at the token's place in a turn
     hold: Tensor | None = None  # -log pi of the reference's label, 0 without a label; differentiable
 
 

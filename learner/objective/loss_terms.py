@@ -131,9 +131,9 @@ def teacher_term(
 
     A mean over tokens of mu = pi has exactly the gradient of the KL, since grad log pi has the mean 0. Without a
     baseline a policy that is far from its teacher is pushed away from all that it samples, and truncated weights let it
-    drift; the forward factor has one of its own, 1. The reverse
-    factor grows with the logarithm of the ratio, the forward one with the ratio itself: a token that the teacher
-    prefers and the policy has all but given up weighs as much as hundreds of others.
+    drift; the forward factor has one of its own, 1. The reverse factor grows with the logarithm of the ratio, the
+    forward one with the ratio itself: a token that the teacher prefers and the policy has all but given up weighs as
+    much as hundreds of others.
     """
     difference_N = (logprobs_N - teacher_logprobs_N).detach().clamp(min=-MAX_LOG_RATIO)
     weights_N = (logprobs_N - behaviour_logprobs_N).detach().clamp(max=MAX_LOG_RATIO).exp()

@@ -77,7 +77,7 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         logits_bytes=0.1 * gpu_bytes,
         activation_checkpointing=parallel.activation_checkpointing,
         offload=parallel.offload,
-        reference=objective.has_reference or (objective.has_teacher and not objective.teaches_itself),
+        reference=objective.has_reference or bool(objective.teacher_folder),
         optimizer=optimizer.name,
         freeze=optimizer.freeze,
         freeze_layers=optimizer.freeze_layers,

@@ -132,9 +132,8 @@ class TicketProtocol:
         self.selection = SelectionMeter()
         book.avoided = self._avoided
         self.failed: deque[tuple[Ticket, Group, str]] = deque(maxlen=settings.keep_failed)  # (ticket, group, reason)
-        self.traces_new = self.traces_kept = (
-            False  # whether tickets issued now are traced, and spans that come are kept
-        )
+        self.traces_new = False  # whether tickets issued now are traced
+        self.traces_kept = False  # whether spans that come are kept
         self.traces: deque[tuple[str, bytes]] = deque(maxlen=MAX_TRACES)  # (actor, its group's spans)
         self._unproven: deque[UnprovenTokens] = deque(maxlen=MAX_UNPROVEN)
         self._taken: dict[bytes, list[str]] = {}  # peer -> tickets whose Receipt is still to be sent

@@ -7,7 +7,7 @@ groups ─▶ plan_step ─▶ delivered_images ─▶ prefetch ─▶ precomput
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from torch import Tensor
 from learner.batch.delivery import delivered_images
 from learner.batch.episodes import episode_rewards, make_episodes
 from learner.batch.image_decoder import ImageDecoder
+from learner.batch.microbatch import Microbatch
 from learner.batch.packer import Packer
 from learner.batch.prefetch import prefetch
 from learner.batch.step_plan import StepPlan, plan_step
@@ -63,8 +64,8 @@ class Trainer:
 
         `reference`: the frozen initial policy, sharded as `policy` is; required if and only if the KL or the hold has a
         weight. Its weights are replaced by the policy's every `kl_reference_every` steps. `teacher`: frozen and sharded
-        likewise; required if and only if the objective has one. Raise ValueError if the
-        reference or the teacher is missing or not needed, or if the temperature is not positive.
+        likewise; required if and only if the objective has one. Raise ValueError if the reference or the teacher is
+        missing or not needed, or if the temperature is not positive.
         """
         if temperature <= 0:
             raise ValueError(f"sampling.temperature = {temperature}: training needs a temperature above 0")
@@ -144,23 +145,7 @@ class Trainer:
             clock.lap("prepare")
             microbatches = [chosen for part in plan.parts for chosen in part.microbatches]
             with prefetch(self.packer.pack, microbatches, ranks.device) as batches:
-                if plan.beforehand is not None:
-                    first = islice(batches, len(plan.beforehand.microbatches))
-                    totals.precomputed = precompute_logprobs(plan.episodes, first, models)
-                    clock.lap("forward")
-                if plan.taught is not None:
-                    if plan.beforehand is None:
-                        totals.precomputed = PrecomputedColumns(plan.episodes)
-                    read = islice(batches, len(plan.taught.microbatches))
-                    precompute_teacher(totals.precomputed, plan.episodes, read, models)
-                    clock.lap("forward")
-                if plan.observed is not None:
-                    observe(islice(batches, len(plan.observed.microbatches)), models, totals)
-                    clock.lap("forward")
-                looked: dict[str, float] = {}
-                if plan.looked_at is not None:
-                    looked = image_gain(islice(batches, len(plan.looked_at.microbatches)), models)
-                    clock.lap("forward")
+                looked = self._before_updates(plan, batches, totals)
                 for number, update in enumerate(plan.updates):
                     if not make_update(update, batches, models, self.optimizer, totals, separate=self._separate):
                         totals.num_left_out = len(plan.updates) - number
@@ -208,6 +193,28 @@ class Trainer:
         self._compared = False
 
     # ------------------------------------------------------------------ before and after the updates
+
+    def _before_updates(self, plan: StepPlan, batches: Iterator[Microbatch], totals: StepTotals) -> dict[str, float]:
+        """Compute the plan's parts before its updates, from the first of its microbatches; return the metrics of the
+        episodes that are looked at under other images. A collective."""
+        models, clock, metrics = self.models, totals.clock, dict[str, float]()
+        if plan.beforehand is not None:
+            first = islice(batches, len(plan.beforehand.microbatches))
+            totals.precomputed = precompute_logprobs(plan.episodes, first, models)
+            clock.lap("forward")
+        if plan.taught is not None:
+            if plan.beforehand is None:
+                totals.precomputed = PrecomputedColumns(plan.episodes)
+            read = islice(batches, len(plan.taught.microbatches))
+            precompute_teacher(totals.precomputed, plan.episodes, read, models)
+            clock.lap("forward")
+        if plan.observed is not None:
+            observe(islice(batches, len(plan.observed.microbatches)), models, totals)
+            clock.lap("forward")
+        if plan.looked_at is not None:
+            metrics = image_gain(islice(batches, len(plan.looked_at.microbatches)), models)
+            clock.lap("forward")
+        return metrics
 
     def _compare(self) -> None:
         """Compare policy and reference before the first step after weights were loaded. Layers that are frozen and

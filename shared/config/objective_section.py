@@ -227,6 +227,11 @@ class ObjectiveConfig(Section):
         return bool(self.teacher)
 
     @property
+    def teacher_folder(self) -> str:
+        """Return the folder of the frozen teacher; "" if there is none."""
+        return "" if self.teaches_itself else self.teacher
+
+    @property
     def teaches_itself(self) -> bool:
         """True where the policy that reads hints is its own teacher."""
         return self.teacher == "self"
@@ -265,16 +270,8 @@ class ObjectiveConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _has_what_its_name_implies(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("name") not in OBJECTIVES:
-            return values
-        implied = dict(OBJECTIVES[values["name"]].implied)
-        for setting, value in implied.items():
-            if values.get(setting, value) != value:
-                raise ValueError(
-                    f"learner.objective.{setting} = {values[setting]!r}: {values['name']} is what it is by "
-                    f"{setting} = {value!r}; leave it out, or choose another learner.objective.name"
-                )
-        return values | implied
+        name = values.get("name") if isinstance(values, dict) else None
+        return {**OBJECTIVES[name].implied, **values} if isinstance(name, str) and name in OBJECTIVES else values
 
     @field_validator("name")
     @classmethod
@@ -283,11 +280,20 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_contradicts_another(self) -> Self:
-        wrongs = (*self._wrong_ratios(), *self._wrong_masks(), *self._wrong_rewards(), *self._wrong_teacher())
-        for wrong, reason in wrongs:
+        wrongs = (*self._wrong_implied(), *self._wrong_ratios(), *self._wrong_masks(), *self._wrong_rewards())
+        for wrong, reason in (*wrongs, *self._wrong_teacher()):
             if wrong:
                 raise ValueError(f"learner.objective.{reason}")
         return self
+
+    def _wrong_implied(self) -> Iterator[tuple[bool, str]]:
+        for setting, value in self.spec.implied.items():
+            given = getattr(self, setting)
+            yield (
+                given != value,
+                f"{setting} = {given!r}: {self.name} is what it is by {setting} = {value!r}; leave it out, or choose "
+                "another learner.objective.name",
+            )
 
     def _wrong_ratios(self) -> Iterator[tuple[bool, str]]:
         """Yield (whether settings contradict one another, the message for it); a message begins with a setting's
@@ -336,10 +342,10 @@ class ObjectiveConfig(Section):
             )
 
     def _wrong_teacher(self) -> Iterator[tuple[bool, str]]:
-        for name, default in (("teacher_weight", 1.0), ("teacher_kl", "reverse"), ("reward_weight", 1.0)):
+        for name in ("teacher_weight", "teacher_kl", "reward_weight"):
             value = getattr(self, name)
             yield (
-                value != default and not self.has_teacher,
+                value != type(self).model_fields[name].default and not self.has_teacher,
                 f"{name} = {value!r} without a teacher: set teacher to a model's folder, or leave it out",
             )
         yield (

@@ -37,6 +37,7 @@ from shared.config.pools_section import KEPT, PoolConfig, check_pools
 from shared.config.recipe_paths import beside, with_paths
 from shared.config.reward_section import RewardConfig
 from shared.config.sections import (
+    PLAYERS,
     ActorConfig,
     AlarmsConfig,
     EngineConfig,
@@ -178,7 +179,7 @@ class Recipe(Section):
         if not parts or not all(isinstance(part, dict) for part in parts[:2]) or parts[2]:
             return values
         rollout, env = parts[:2]
-        by_agents = rollout.get("agent") or rollout.get("command") or rollout.get("listen")
+        by_agents = any(rollout.get(name) for name in PLAYERS[1:])
         return values if not by_agents or env.get("module") else {**values, "env": {**env, "module": NO_ENV}}
 
     @model_validator(mode="after")

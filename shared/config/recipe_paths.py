@@ -61,7 +61,7 @@ def command_beside(command: str, folder: Path) -> str:
         words = shlex.split(command)
     except ValueError:  # told where the recipe is checked
         return command
-    found = [path_beside(word, folder) if (folder / word).is_file() else word for word in words]
+    found = [path_beside(word, folder) if os.path.isfile(folder / word) else word for word in words]
     return command if found == words else shlex.join(found)
 
 

@@ -91,6 +91,10 @@ class EnvConfig(Section):
         return self
 
 
+PLAYERS = ("path", "agent", "command", "listen")
+"""Fields of `rollout` that name what plays in place of the environment; all but the first are agents."""
+
+
 class RolloutConfig(Section):
     path: str = Field("", description="async function that plays episodes: dotted path or .py file:function")
     agent: str = Field(
@@ -117,13 +121,12 @@ class RolloutConfig(Section):
     @property
     def function(self) -> str:
         """Return what plays episodes in place of the environment; "" if there is nothing."""
-        return self.path or self.agent or self.command or self.listen
+        return next((value for name in PLAYERS if (value := getattr(self, name))), "")
 
     @property
     def by_agents(self) -> str:
         """Return what makes agents play, as `field = value`; "" if none do."""
-        found = [(name, value) for name in ("agent", "command", "listen") if (value := getattr(self, name))]
-        return f"rollout.{found[0][0]} = {found[0][1]!r}" if found else ""
+        return next((f"rollout.{name} = {value!r}" for name in PLAYERS[1:] if (value := getattr(self, name))), "")
 
     def address(self, index: int) -> tuple[str, int]:
         """Return host and port at which an actor listens for agents elsewhere."""
@@ -152,7 +155,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_them_plays(self) -> Self:
-        named = [(name, value) for name in ("path", "agent", "command", "listen") if (value := getattr(self, name))]
+        named = [(name, value) for name in PLAYERS if (value := getattr(self, name))]
         if len(named) > 1:
             (first, one), (second, other) = named[:2]
             raise ValueError(f"rollout.{first} = {one!r} and rollout.{second} = {other!r}: leave one of them out")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """Torch reads it when a group is made."""
+
+_LOCK = threading.Lock()  # of the environment variable
 
 FIRST_BYTES = 8
 """Bytes of the first broadcast, with which NCCL connects a group's members; it is part of joining."""
@@ -27,15 +30,16 @@ def backend_of(learner: str, engine: str, *, shared: bool) -> str:
 def without_watchdog() -> Iterator[None]:
     """Let groups of NCCL that are made meanwhile be without torch's watchdog. It would end the process a minute after a
     wait has passed its limit, since that wait aborts the group's communicator and the watchdog finds it broken."""
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
+    with _LOCK:
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 def watchdog_s(timeout_s: float) -> float:

@@ -459,7 +459,7 @@ def test_a_reward_may_be_one_for_each_answer_in_the_order_in_which_they_were_ask
         said = ask(base_url, [first])
         ask(base_url, [second])
         ask(base_url, [first, {"role": "assistant", "content": said["content"]}, text("Go on.")])
-        return args.get("rewards", [0.5, -1.0, 2.0])
+        return [0.5, -1.0, 2.0]
 
     trajectory, _ = play_agent(renderer, threads, two_conversations, ["a", "b", "c"])
     assert trajectory.ending is Ending.COMPLETED and trajectory.reward == 1.5, trajectory.error
@@ -467,8 +467,16 @@ def test_a_reward_may_be_one_for_each_answer_in_the_order_in_which_they_were_ask
     assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0, -1.0]
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 2.0], [], [1.0, math.nan, 0.0], ["1", 2, 3]])
-def test_rewards_that_are_not_one_for_each_answer_are_an_ending(renderer, threads, rewards):
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([1.0, 2.0], "for 3 answers: give one for each"),
+        ([], "for 3 answers: give one for each"),
+        ([1.0, math.nan, 0.0], "the reward is"),
+        (["1", 2, 3], "the reward is"),
+    ],
+)
+def test_rewards_that_are_not_one_for_each_answer_are_an_ending(renderer, threads, rewards, told):
     def run(base_url, sample, args):
         for _ in range(3):
             ask(base_url, QUESTION)
@@ -476,7 +484,7 @@ def test_rewards_that_are_not_one_for_each_answer_are_an_ending(renderer, thread
 
     trajectory, _ = play_agent(renderer, threads, run, ["a", "b", "c"])
     assert trajectory.ending is Ending.REWARD_ERROR and not trajectory.trainable
-    assert "for 3 answers: give one for each" in trajectory.error or "the reward is" in trajectory.error
+    assert told in trajectory.error
 
 
 @pytest.mark.parametrize("value", ["0.5", math.nan, math.inf, {}])

@@ -317,8 +317,7 @@ def test_an_episode_that_is_cancelled_ends_its_program(renderer, threads, tmp_pa
             endpoint=endpoint,
         )  # fmt: skip
         task = asyncio.create_task(player.play(ticket()))
-        while not begun.exists():
-            await asyncio.sleep(0.01)
+        await until_async(begun.exists)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -1,4 +1,4 @@
-"""Turns carry the key of the state that they were played in, whether the environment runs in the actor or apart."""
+"""Turns carry the key of the state that they were played in."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ async def test_spans_of_another_host_have_the_learners_clock(learner: Learner) -
     learner.send(Tickets((traced("t"),)))
     before = time.monotonic()
     spans, _ = unpacked_spans((await learner.expect(Group)).spans)
-    assert all(before - 1 <= each.begin - 1e6 <= time.monotonic() + 1 for each in spans) and spans
+    assert spans and all(abs(each.begin - 1e6 - before) < 1000 for each in spans)
     await dismiss(learner, actor)
 
 

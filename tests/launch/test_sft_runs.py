@@ -38,6 +38,13 @@ def test_a_model_learns_by_demonstrations_on_two_ranks_and_is_played_before_and_
     assert "rollout/reward" not in rows[0] and rows[0]["rollout/turns"] == 1
     assert rows[-1]["loss/policy"] == result["loss"]
     assert load_model(result["model"]).config.model_type == "qwen3_vl"
+    goes_on = {"learner.resume": "auto", "eval.samples": 0}
+    again = finished([*command[:2], *words(tmp_path, data, "--epochs", "8", **played | goes_on)])
+    assert json.loads(again.stdout.splitlines()[-1]) | {"loss": None} == {
+        name: value
+        for name, value in result.items()
+        if "success" not in name and "difference" not in name and name != "played"
+    } | {"loss": None}
 
 
 class Trained:

@@ -40,6 +40,7 @@ class Case:
         return [part for name, value in names for part in ([name] if value is True else [name, str(value)])]
 
 
+LEAST = {"Qwen2.5-VL": 50, "Qwen3-VL": 50, "Qwen3-VL-MoE": 50}  # parameters that are more than so many; others 15
 CASES = {
     family: (
         Case("cpu1", 1, "cpu"),
@@ -112,4 +113,4 @@ def test_each_rank_of_sglangs_class_holds_the_same_of_the_learners_buckets_as_of
     for name in [f"{case.name}_{rank}" for case in CASES[family] for rank in range(case.ranks)]:
         rank = json.loads((loaded[family] / f"{name}.json").read_text())
         assert rank["class"] == FAMILIES[family][1].__name__
-        assert rank["different"] == [] and rank["count"] > 15, name
+        assert rank["different"] == [] and rank["count"] > LEAST.get(family, 15), name

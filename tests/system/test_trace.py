@@ -19,6 +19,7 @@ NOT_HERE = {"wait for an engine", "reward"}  # the engine is well, and the envir
 def trace(tmp_path_factory: pytest.TempPathFactory, all_starts_forked: None) -> dict:
     folder = tmp_path_factory.mktemp("runs")
     fields = {"learner.total_steps": 4, "learner.checkpoint.every": 2, "eval.samples": 0, "actor.processes": 2}
+    fields["actor.groups"] = 8  # half a step's: one actor cannot play a step alone
     finished(local([*places(folder, **fields), "--trace.steps", "[2, 3]", "--ranks", "2"]))
     (path,) = (folder / "colour_tiny" / "traces").iterdir()
     assert path.name == "steps_00000002_00000003.json.gz"

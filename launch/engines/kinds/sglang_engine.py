@@ -99,11 +99,10 @@ def judge_versions(versions: Environment, device: str) -> Finding:
 def cuda_home(folder: Path, environ: Mapping[str, str] = os.environ, usual: Path = USUAL_CUDA) -> str:
     """Return the folder of CUDA's toolkit whose nvcc compiles SGLang's kernels: of CUDA_HOME, of the PATH, the usual
     one, or that of SGLang's environment; empty if there is none."""
-    if home := environ.get("CUDA_HOME", ""):
-        return home
-    if found := shutil.which("nvcc", path=environ.get("PATH", "")):
-        return str(Path(found).resolve().parents[1])
-    here = [usual / "bin" / "nvcc", *sorted(folder.glob("lib/python*/site-packages/nvidia/cu*/bin/nvcc"))]
+    home, found = environ.get("CUDA_HOME", ""), shutil.which("nvcc", path=environ.get("PATH", ""))
+    here = [Path(home, "bin", "nvcc")] if home else []
+    here += [Path(found).resolve()] if found else []
+    here += [usual / "bin" / "nvcc", *sorted(folder.glob("lib/python*/site-packages/nvidia/cu*/bin/nvcc"))]
     return next((str(nvcc.parents[1]) for nvcc in here if nvcc.is_file()), "")
 
 

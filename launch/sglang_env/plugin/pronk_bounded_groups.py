@@ -119,16 +119,21 @@ class GroupHooks:
         if joined:
             self.stores[group_name] = store
             for name in earlier:
-                self.leave(None, updater, name)
+                self._drop(updater, name)
         return joined, why
 
     def leave(self, _original: Any, updater: Any, group_name: str) -> tuple[bool, str]:
+        if self._drop(updater, group_name):
+            return True, "Succeeded to leave the group."
+        return False, "The group to be destroyed does not exist."
+
+    def _drop(self, updater: Any, group_name: str) -> bool:
+        """Forget and abort a group; return False if there is none."""
         self.stores.pop(group_name, None)
         group = updater._model_update_group.pop(group_name, None)
-        if group is None:
-            return False, "The group to be destroyed does not exist."
-        break_up(group)
-        return True, "Succeeded to leave the group."
+        if group is not None:
+            break_up(group)
+        return group is not None
 
     def receive(self, original: Any, updater: Any, *, group_name: str, **bucket: Any) -> Any:
         """Receive a bucket. Raise RuntimeError if the learner has given up the group."""
@@ -159,7 +164,7 @@ class GroupHooks:
                 if result.done():
                     raise
                 if given_up(store):
-                    self.leave(None, updater, group_name)
+                    self._drop(updater, group_name)
                     raise RuntimeError(f"the learner has given up the group {group_name!r}") from None
 
 

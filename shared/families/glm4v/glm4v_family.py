@@ -109,10 +109,16 @@ class Glm4v(MRopeFamily):
         return int(width * scale), int(height * scale)
 
     def written_call(self, name: str, arguments: str) -> str:
-        """Return a tool call as GLM writes it: arguments in elements of XML, texts without quotes."""
-        given = json.loads(arguments)
-        pairs = given.items() if isinstance(given, dict) else ()
-        lines = "".join(f"{_element(ARGUMENTS[:2], key)}\n{_element(ARGUMENTS[2:], each)}\n" for key, each in pairs)
+        """Return a tool call as GLM writes it: arguments in elements of XML, texts without quotes. What is no object
+        stands there as it is, so that the environment can say what is wrong with it."""
+        try:
+            given = json.loads(arguments)
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            return CALL.around(f"{name}\n{arguments}\n")
+        elements = (f"{_element(ARGUMENTS[:2], key)}\n{_element(ARGUMENTS[2:], each)}\n" for key, each in given.items())
+        lines = "".join(elements)
         return CALL.around(f"{name}\n{lines}")
 
     def example(self, sizes: ModelSizes, ids: Mapping[str, int]) -> dict[str, Any]:

@@ -119,11 +119,15 @@ def test_kernels_are_compiled_by_the_nvcc_on_the_path_or_by_that_of_the_engines_
     of_pip.parent.mkdir(parents=True)
     of_pip.touch(mode=0o755)
     assert cuda_home(sglang_env, {"PATH": ""}, Path("/nowhere")) == str(of_pip.parents[1])
-    assert cuda_home(sglang_env, {"PATH": "", "CUDA_HOME": "/cuda"}, Path("/nowhere")) == "/cuda"
+    without = {"PATH": "", "CUDA_HOME": "/a/folder/without/nvcc"}
+    assert cuda_home(sglang_env, without, Path("/nowhere")) == str(of_pip.parents[1])
     own = tmp_path / "cuda" / "bin" / "nvcc"
     own.parent.mkdir(parents=True)
     own.touch(mode=0o755)
     assert cuda_home(sglang_env, {"PATH": str(own.parent)}, Path("/nowhere")) == str(own.parents[1])
+    assert cuda_home(sglang_env, {"PATH": "", "CUDA_HOME": str(own.parents[1])}, Path("/nowhere")) == str(
+        own.parents[1]
+    )
     assert cuda_home(sglang_env, {"PATH": ""}, own.parents[1]) == str(own.parents[1])
 
 

@@ -168,11 +168,16 @@ class FalseNccl:
     until it is aborted here. To destroy it is to wait for its kernels."""
 
     def __init__(self):
-        self.over, self.aborted = threading.Event(), False
+        self.begun, self.over, self.aborted = threading.Event(), threading.Event(), False
         self.over.set()
 
     def broadcast(self, *_args, **_how):
         self.over.clear()
+        self.begun.set()
+
+    def once_begun(self, then):
+        """Call a function when the kernel spins."""
+        threading.Thread(target=lambda: (self.begun.wait(10), then()), daemon=True).start()
 
     def destroy(self):
         self.over.wait(30)
@@ -201,8 +206,9 @@ def nccl(plugin, store, monkeypatch):
         return True, "joined"
 
     hooks = plugin.GroupHooks()
-    threading.Timer(3 * plugin.LOOK_S, group.over.set).start()  # the others have come
+    group.once_begun(group.over.set)  # the others have come
     assert hooks.join(join, updater, *store.getsockname(), 1, 2, "n", "nccl") == (True, "joined")
+    group.begun.clear()
     return hooks, updater, group
 
 
@@ -214,16 +220,16 @@ def bucket_over(group):
     return receive
 
 
-def test_a_bucket_of_nccl_is_given_when_its_kernel_is_through(plugin, nccl):
+def test_a_bucket_of_nccl_is_given_when_its_kernel_is_through(nccl):
     hooks, updater, group = nccl
-    threading.Timer(3 * plugin.LOOK_S, group.over.set).start()
+    group.once_begun(group.over.set)
     assert hooks.receive(bucket_over(group), updater, group_name="n") == "weights"
     assert group.over.is_set() and not group.aborted
 
 
 def test_a_bucket_of_nccl_that_another_engine_misses_ends_here_once_the_learner_gives_up(nccl, store):
     hooks, updater, group = nccl
-    threading.Timer(0.2, store.close).start()
+    group.once_begun(store.close)
     with pytest.raises(RuntimeError, match="has given up the group 'n'"):
         hooks.receive(bucket_over(group), updater, group_name="n")
     assert group.over.wait(10) and group.aborted and updater._model_update_group == {}
@@ -237,9 +243,9 @@ def test_a_group_of_nccl_in_the_middle_of_a_broadcast_is_left_at_once(nccl):
     assert not hooks.leave(None, updater, "n")[0]
 
 
-def test_a_group_of_nccl_whose_members_do_not_all_come_is_not_joined(plugin, store, nccl):
+def test_a_group_of_nccl_whose_members_do_not_all_come_is_not_joined(store, nccl):
     hooks, updater, group = nccl
-    threading.Timer(0.2, store.close).start()
+    group.once_begun(store.close)
 
     def join(updater, *_fields):
         updater._model_update_group["m"] = group
@@ -247,4 +253,4 @@ def test_a_group_of_nccl_whose_members_do_not_all_come_is_not_joined(plugin, sto
 
     joined, why = hooks.join(join, updater, *store.getsockname(), 1, 2, "m", "nccl")
     assert not joined and "has given up the group 'm'" in why
-    assert group.aborted and "m" not in updater._model_update_group
+    assert group.over.wait(10) and group.aborted and "m" not in updater._model_update_group

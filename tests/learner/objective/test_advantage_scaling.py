@@ -32,7 +32,7 @@ class Episode:
     signal: float = 1.0
 
     @property
-    def size(self) -> float:
+    def advantage_size(self) -> float:
         return abs(self.advantage)
 
 

@@ -137,7 +137,7 @@ class _Alike:
         import numpy as np
 
         self.rewards, self.turn_end = np.array([0.0, 1.0], np.float32), np.array([False, True])
-        self.size, self.signal = 0.0, 1.0
+        self.advantage_size, self.signal = 0.0, 1.0
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_group_of_equal_episodes_teaches_where_its_turns_differ(spec):
     assert not is_uninformative(group, plain.model_copy(update=by_states))
     assert is_uninformative(group, plain.model_copy(update=by_states | {"gamma": 1.0}))  # "a" earned 1 both times
     episodes = make_episodes([group], ImageDecoder(spec), plain.model_copy(update=by_states), noise=0.03)
-    assert all(e.advantage == 0.0 and e.size > 0 and e.signal == 1.0 for e in episodes)
+    assert all(e.advantage == 0.0 and e.advantage_size > 0 and e.signal == 1.0 for e in episodes)
 
 
 def test_the_share_of_turns_that_are_compared_is_measured(spec):

@@ -93,7 +93,8 @@ def test_measuring_changes_no_weight(folder, spec, ranks):
     weights = []
     for recorded in (None, watch(groups, 1, EVERY_STEP)):
         trainer = Trainer(load_policy(str(folder), spec), learner_config(lr=1e-3), ranks)
-        trainer.step(groups, 0, recorded)
+        metrics = trainer.step(groups, 0, recorded)
+        assert ("vision/image_gain" in metrics) == (recorded is not None)
         weights.append([p.detach().clone() for p in trainer.policy.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*weights, strict=True))
 

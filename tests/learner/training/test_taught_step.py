@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from learner.batch.episodes import make_episode
 from learner.batch.image_decoder import ImageDecoder
 from learner.model.policy import load_policy
+from learner.training import precomputed
 from learner.training.precomputed import LAST_PLACE, places_in_turns, teacher_baselines
 from learner.training.trainer import Trainer
 from shared.config.objective_section import ObjectiveConfig
@@ -107,13 +108,18 @@ def test_groups_of_equal_rewards_are_learned_from(folder, other, spec, ranks):
     assert metrics["optim/grad_norm"] > 0.1 and metrics["optim/rate"] == 1.0
 
 
-def test_a_teacher_stays_as_it_is_and_several_passes_read_it_once(folder, other, spec, ranks):
+def test_a_teacher_stays_as_it_is_and_several_passes_read_it_once(folder, other, spec, ranks, monkeypatch):
+    seen, forward = [], precomputed.forward_only
+    monkeypatch.setattr(
+        precomputed, "forward_only", lambda m, b, *a, **k: (seen.append((m, b)), forward(m, b, *a, **k))[1]
+    )
     _, _, trainer = stepped(folder, other, spec, ranks, lr=1e-2, passes=2, minibatches=2, proximal="learner")
     assert trainer.models.teacher is not None
     kept = load_policy(str(other), spec)
     for one, two in zip(trainer.models.teacher.parameters(), kept.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert trainer.num_steps == 1
+    read = [int(index) for model, batch in seen if model is trainer.models.teacher for index in batch.indices]
+    assert sorted(read) == [0, 1, 2, 3]
 
 
 def test_an_objective_and_a_trainer_agree_about_the_teacher(folder, spec, ranks):
